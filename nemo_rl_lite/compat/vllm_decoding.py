@@ -23,6 +23,8 @@ Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor
 _ATTENTION = "NRL_DECODE_ATTENTION"
 # Attribute of a builder: the result of `all_plain`.
 _ALL_PLAIN = "nemo_rl_lite_all_plain"
+# Attribute of a batch: its attention metadata, which no graph reads.
+_METADATA = "nemo_rl_lite_metadata"
 # Compute capability, in tenths, of the GPUs on which the kernels were measured.
 _HOPPER = 90
 
@@ -46,6 +48,7 @@ def replace_decoding(attend: Attend, sample: Sample) -> None:
     replace_samples(sample)
     if os.environ.get(_ATTENTION) == "1":
         replace_attention(attend)
+        keep_metadata()
 
 
 def replace_attention(attend: Attend) -> None:
@@ -84,6 +87,37 @@ def replace_attention(attend: Attend) -> None:
     layers.forward, builders.build = forward_or_decode, build_for_both
     # FlashAttention's graphs of decoding steps also compute prompts; these do not.
     builders._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+def keep_metadata() -> None:
+    """Make a batch that the runner repeats (`vllm_batches.py`) keep its attention metadata, if the launcher's attention
+    computes all layers: its graphs read only lengths and block tables."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    states: Any = DefaultModelState
+    prepare = states.prepare_attn
+
+    def prepare_once(
+        self: Any, batch: Any, mode: Any, tables: Any, slots: Any, groups: Any, *args: Any, **named: Any
+    ) -> Any:
+        if (kept := getattr(batch, _METADATA, None)) is not None:
+            return kept
+        metadata = prepare(self, batch, mode, tables, slots, groups, *args, **named)
+        if mode is CUDAGraphMode.FULL and all(
+            is_unread(group.get_metadata_builder()) for kind in groups for group in kind
+        ):
+            setattr(batch, _METADATA, metadata)
+        return metadata
+
+    states.prepare_attn = prepare_once
+
+
+def is_unread(builder: Any) -> bool:
+    """Return whether graphs of decoding steps read none of a builder's metadata."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    return type(builder) is FlashAttentionMetadataBuilder and all_plain(builder)
 
 
 def is_decoding(metadata: Any) -> bool:

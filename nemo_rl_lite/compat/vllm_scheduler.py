@@ -2,12 +2,17 @@
 
 vLLM's scheduler handles every feature of every request in each step. With 512 requests this takes about as long as a
 small model's step on the GPU. In nearly all steps of a rollout each request computes one token in its current cache
-block. The fast path handles these steps in two short loops. All other steps use vLLM's methods, on the same state.
-`vllm.decode_scheduler` selects it on the versions of vLLM on which a test compares both.
+block. The fast path handles these steps in two short loops. If a step repeats the requests of the one before, arrays
+hold what the loops would look up. All other steps use vLLM's methods, on the same state. `vllm.decode_scheduler`
+selects it on the versions of vLLM on which a test compares both.
 """
 
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+from msgspec import field
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -47,21 +52,84 @@ class _Ends(NamedTuple):
     """True if its tokens need more than plain sampling."""
 
 
+class Samples(EngineCoreOutputs):
+    """The outputs of a step with one token for each request, none of which it ends."""
+
+    names: list[str] = field(default_factory=list)
+    """The requests; steps with the same requests share the list."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def each(self) -> list[EngineCoreOutput]:
+        """Return one output per request."""
+        rows = zip(self.names, self.tokens, self.logprobs, strict=True)
+        return [EngineCoreOutput(name, [token], [logprob]) for name, token, logprob in rows]  # pyrefly: ignore
+
+
+class _Batch:
+    """The requests of the last step, if it computed one token of each running request."""
+
+    def __init__(self, running: list[Request], names: list[str], computed: list[int]):
+        self._running, self.requests, self.names = running, list(running), names
+        self.computed = np.array(computed)
+        """(R) Tokens of each request that are computed or in flight."""
+
+    def is_running(self, running: list[Request]) -> bool:
+        """Return whether the scheduler still runs these requests alone."""
+        # It removes requests from its list, or replaces the list. Others join only in vLLM's `schedule`.
+        return running is self._running and len(running) == len(self.names)
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """(R) Tokens of the prompts."""
+        return np.array([request.num_prompt_tokens for request in self.requests])
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(R) Tokens, with the prompt's, from which on a request may end at any token."""
+        return np.array([getattr(request, _ENDS).length for request in self.requests])
+
+    @cached_property
+    def stops(self) -> frozenset[int | None]:
+        """Tokens that may end one of the requests."""
+        return frozenset().union(*{getattr(request, _ENDS).tokens for request in self.requests})
+
+
 class DecodeScheduler(AsyncScheduler):
     """vLLM's asynchronous scheduler with a fast path. There, `EngineCoreOutput.new_logprobs` is a list of the sampled
-    tokens' logprobs, without events, prefill statistics and trace headers."""
+    tokens' logprobs, without events, prefill statistics and trace headers. The outputs of most steps are `Samples`."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._plain = _is_plain(self)
         self._preempted: set[Request] = set()
+        self._batch: _Batch | None = None
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         waiting = self.waiting or getattr(self, _QUEUE) or self.reset_preempted_req_ids
         nothing_else = not waiting and self._pause_state is PauseState.UNPAUSED
         enough = len(self.running) <= self.max_num_scheduled_tokens
-        step = self._one_token_each() if self._plain and nothing_else and enough else None
-        return super().schedule(throttle_prefills) if step is None else step
+        if self._plain and nothing_else and enough and (step := self._repeat() or self._one_token_each()) is not None:
+            return step
+        self._batch = None
+        return super().schedule(throttle_prefills)
+
+    def _repeat(self) -> SchedulerOutput | None:
+        """Schedule one more token of each request of the last step. Return None, without changes, if `_one_token_each`
+        might not schedule one token of each of them."""
+        batch = self._batch
+        if batch is None or not batch.is_running(self.running):
+            return None
+        computed = batch.computed
+        # At the tokens below, the last one is in flight.
+        if (computed + 1 >= batch.lengths).any():
+            return None
+        without_room = np.flatnonzero(computed % self.block_size == 0).tolist()
+        if len(without_room) > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        before = computed.tolist()
+        computed += 1
+        return self._step(batch.requests, batch.names, before, (computed - batch.prompts).tolist(), without_room)
 
     def _one_token_each(self) -> SchedulerOutput | None:
         """Schedule one token per running request. Return None, without changes, if a request needs more or the cache
@@ -85,9 +153,28 @@ class DecodeScheduler(AsyncScheduler):
                 without_room.append(len(scheduled))
             scheduled.append(request)
             computed_before.append(computed)
-        manager = self.kv_cache_manager
-        if not scheduled or len(without_room) > manager.block_pool.get_num_free_blocks():
+        if not scheduled or len(without_room) > self.kv_cache_manager.block_pool.get_num_free_blocks():
             return None
+        names = [request.request_id for request in scheduled]
+        sampled_before = [
+            computed + 1 - request.num_prompt_tokens
+            for request, computed in zip(scheduled, computed_before, strict=True)
+        ]
+        self._batch = None
+        if len(scheduled) == len(self.running):
+            self._batch = _Batch(self.running, names, [computed + 1 for computed in computed_before])
+        return self._step(scheduled, names, computed_before, sampled_before, without_room)
+
+    def _step(
+        self,
+        scheduled: list[Request],
+        names: list[str],
+        computed_before: list[int],
+        sampled_before: list[int],
+        without_room: list[int],
+    ) -> SchedulerOutput:
+        """Return a step with one token of each request, of which those at `without_room` need another cache block."""
+        manager = self.kv_cache_manager
         manager.new_step_starts()
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(scheduled)
         for place in without_room:
@@ -95,15 +182,12 @@ class DecodeScheduler(AsyncScheduler):
             tokens = computed_before[place] + 1
             blocks = manager.coordinator.allocate_new_blocks(scheduled[place].request_id, tokens, tokens)
             new_blocks[place] = tuple([block.block_id for block in own] for own in blocks)
-        sampled_before: list[int] = []
         for request, computed in zip(scheduled, computed_before, strict=True):
             request.num_computed_tokens = computed + 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += 1
-            sampled_before.append(computed + 1 - request.num_prompt_tokens)
         self.current_step += 1
         finished, self.finished_req_ids = self.finished_req_ids, set()
-        names = [request.request_id for request in scheduled]
         return SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=CachedRequestData(
@@ -130,6 +214,8 @@ class DecodeScheduler(AsyncScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         if not self._plain or self._is_special(scheduler_output) or _says_more(model_runner_output):
             return super().update_from_output(scheduler_output, model_runner_output)
+        if (samples := self._sampled_again(scheduler_output, model_runner_output)) is not None:
+            return {0: samples}
         ended: set[Request] = set()
         outputs = self._sampled(scheduler_output, model_runner_output, ended)
         if ended:
@@ -148,6 +234,29 @@ class DecodeScheduler(AsyncScheduler):
             unfinished = (request for request in self._preempted if not request.is_finished())
             self._preempted = {request for request in unfinished if getattr(request, _LATE)}
         return step.has_structured_output_requests or bool(self._preempted or self.grammar_compile_error_reqs)
+
+    def _sampled_again(self, step: SchedulerOutput, result: ModelRunnerOutput) -> Samples | None:
+        """Give each request of a repeated step its token. Return None, without changes, if one of them may end."""
+        batch, given = self._batch, step.scheduled_cached_reqs
+        if batch is None or given.req_ids is not batch.names or not batch.is_running(self.running):
+            return None
+        if result.logprobs is None or result.req_ids != batch.names:
+            return None
+        tokens = list(chain.from_iterable(result.sampled_token_ids))
+        committed = np.array(given.num_computed_tokens) + 1
+        may_end = (committed + 1 >= batch.lengths).any() or not batch.stops.isdisjoint(tokens)
+        if may_end or len(tokens) != len(batch.names):
+            return None
+        for request, token in zip(batch.requests, tokens, strict=True):
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= 1
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+        for place in np.flatnonzero((committed + 1) % self.block_size == 0).tolist():
+            batch.requests[place].update_block_hashes()
+        for place in np.flatnonzero(committed % self.block_size == 0).tolist():
+            self.kv_cache_manager.cache_blocks(batch.requests[place], int(committed[place]))
+        return Samples(names=batch.names, tokens=tokens, logprobs=result.logprobs.logprobs[:, 0].tolist())
 
     def _sampled(self, step: SchedulerOutput, result: ModelRunnerOutput, ended: set[Request]) -> list[EngineCoreOutput]:
         """Give each request its token and return the engine's outputs. Add finished requests to `ended`."""

@@ -1,6 +1,7 @@
 """The `worker_extension_cls` of vLLM's worker processes, one for each rank. Only vLLM imports this module."""
 
 from nemo_rl_lite.compat.vllm import offer_cascade_attention, prefer_second_runner
+from nemo_rl_lite.compat.vllm_batches import keep_batches
 from nemo_rl_lite.compat.vllm_decoding import replace_decoding, takes_kernels
 from nemo_rl_lite.compat.vllm_warm_up import warm_up_own_kernels
 from nemo_rl_lite.generation.vllm.extension import RefitExtension
@@ -15,3 +16,4 @@ if takes_kernels():
     from nemo_rl_lite.generation.vllm.sampling_kernel import sample
 
     replace_decoding(attend, sample)
+    keep_batches()

@@ -120,6 +120,7 @@ class VLLMEngine:
         self._unfinished: dict[str, UnfinishedResponse] = {}
         self._finished: dict[int, Completion | RequestError] = {}
         self._decoded = Decoded()
+        self._batch: _Batch | None = None
         self._drafting = None if drafts is None else Drafting(self._engine, self._has_draft, generation.pause_drafts)
         # Exclude hundreds of thousands of long-lived objects from later garbage collections.
         gc.freeze()
@@ -277,7 +278,19 @@ class VLLMEngine:
         before = self._cache.preemptions
         stopped, cached, prompts, started = [], 0, 0, time.perf_counter()
         unfinished, given = self._unfinished, self._engine.engine_core.get_output()
-        for output in given.outputs:
+        outputs, rows = given.outputs, len(given.outputs)
+        # `Samples` of `compat/vllm_scheduler.py`.
+        if (names := getattr(given, "names", None)) is None:
+            self._batch = None
+        else:
+            if self._batch is None or names is not self._batch.names:
+                self._batch = _Batch(names, unfinished)
+            rows = len(names)
+            if self._batch.is_plain:
+                cached = self._batch.add(given.tokens, given.logprobs)
+            else:
+                outputs = given.each()
+        for output in outputs:
             response = unfinished.get(output.request_id)
             # A step in flight samples one more token of a finished or aborted request.
             if response is None:
@@ -305,11 +318,11 @@ class VLLMEngine:
         self._engine.engine_core.abort_requests(stopped)
         drafts = Drafts()
         if self._drafting is not None:
-            tokens = sum(len(output.new_token_ids) for output in given.outputs)
-            step = DecodeStep(time.perf_counter() - started, len(given.outputs), tokens)
+            tokens = sum(len(output.new_token_ids) for output in outputs)
+            step = DecodeStep(time.perf_counter() - started, rows, tokens)
             drafts = self._drafting.count(step, decodes=not prompts, statistics=given.scheduler_stats)
         # With asynchronous scheduling, the first call returns no outputs.
-        sampled, usage = int(bool(given.outputs)), self._cache.usage
+        sampled, usage = int(rows > 0), self._cache.usage
         use = CacheUse(usage * sampled, usage, self._cache.preemptions - before)
         self._decoded += Decoded(sampled, cached, drafts, use)
 
@@ -402,6 +415,26 @@ class UnfinishedResponse:
 
     def _alternatives(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         return tuple(self.alternatives[: len(self.tokens)])
+
+
+class _Batch:
+    """The responses of successive steps with the same requests."""
+
+    def __init__(self, names: list[str], unfinished: Mapping[str, UnfinishedResponse]):
+        self.names = names
+        responses = [unfinished[name] for name in names if name in unfinished]
+        self.is_plain = len(responses) == len(names) and all(response.is_plain for response in responses)
+        """True if a step adds one token to each response and does nothing else."""
+        self._columns = [(response.tokens, response.logprobs) for response in responses]
+        self._known = sum(response.prompt_length + len(response.tokens) for response in responses)
+
+    def add(self, tokens: list[int], logprobs: list[float]) -> int:
+        """Add one token to each response. Return the tokens of prompts and responses before."""
+        for (own, values), token, logprob in zip(self._columns, tokens, logprobs, strict=True):
+            own.append(token)
+            values.append(logprob)
+        known, self._known = self._known, self._known + len(tokens)
+        return known
 
 
 def _logprobs(given: Any) -> list[float]:
