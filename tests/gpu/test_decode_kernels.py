@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,3 +45,45 @@ def test_repeated_batches_give_the_tokens_of_prepared_ones(gpu_model, tmp_path):
     own = ENGINES["vllm"].environment(compose_config([*RUN, "cluster.gpus_per_node=1"]).generation, True)
     environ = dict(os.environ) | own | {"PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"}
     run_script(Path(__file__).with_name("repeats_process.py"), [gpu_model], environ, tmp_path / "log")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(16, 8, 128), (6, 2, 64)])
+def test_queries_and_keys_are_those_of_vllms_layers(heads, key_heads, size):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.models.qwen3 import Qwen3Attention
+
+    from nemo_rl_lite.compat.vllm_qk_norm import _FUSES, fused
+
+    torch.manual_seed(1)
+    with set_current_vllm_config(VllmConfig()), torch.device("cuda"):
+        norms = [RMSNorm(size, dtype=torch.bfloat16) for _ in range(2)]
+        rotary = get_rope(size, 4096, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    for norm in norms:
+        norm.weight.data = 1 + torch.rand_like(norm.weight)
+    seen = []
+    layer = SimpleNamespace(
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        head_dim=size,
+        q_size=heads * size,
+        kv_size=key_heads * size,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        rotary_emb=rotary.to("cuda"),
+        qkv_proj=lambda states: (states.clone(), None),
+        attn=lambda *given: seen.append(given) or given[0],
+        o_proj=lambda output: (output, None),
+    )
+    states = torch.randn(300, (heads + 2 * key_heads) * size, dtype=torch.bfloat16, device="cuda")
+    positions = torch.randint(4096, (300,), device="cuda")
+    forward = Qwen3Attention.forward
+    fused(forward)(layer, positions, states)
+    assert getattr(layer, _FUSES)
+    setattr(layer, _FUSES, False)
+    fused(forward)(layer, positions, states)
+    for ours, theirs in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.04, rtol=0.02)
+    torch.testing.assert_close(seen[0][2], seen[1][2], atol=0, rtol=0)

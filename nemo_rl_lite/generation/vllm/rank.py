@@ -3,6 +3,7 @@
 from nemo_rl_lite.compat.vllm import offer_cascade_attention, prefer_second_runner
 from nemo_rl_lite.compat.vllm_batches import keep_batches
 from nemo_rl_lite.compat.vllm_decoding import replace_decoding, takes_kernels
+from nemo_rl_lite.compat.vllm_qk_norm import fuse_norms
 from nemo_rl_lite.compat.vllm_warm_up import warm_up_own_kernels
 from nemo_rl_lite.generation.vllm.extension import RefitExtension
 
@@ -17,3 +18,4 @@ if takes_kernels():
 
     replace_decoding(attend, sample)
     keep_batches()
+    fuse_norms()
