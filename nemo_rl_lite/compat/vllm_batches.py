@@ -2,7 +2,7 @@
 
 In each step vLLM's second runner sorts the requests, copies their numbers to the GPU and describes their attention.
 This takes longer than a small model's step on the GPU. If a step repeats the requests of the last one, only positions,
-lengths, input tokens and new cache blocks change, which kernels update on the GPU.
+lengths, input tokens and cache blocks change. Kernels update them on the GPU.
 """
 
 from typing import Any, NamedTuple

@@ -90,8 +90,10 @@ def replace_attention(attend: Attend) -> None:
 
 
 def keep_metadata() -> None:
-    """Make a batch that the runner repeats (`vllm_batches.py`) keep its attention metadata, if the launcher's attention
-    computes all layers: its graphs read only lengths and block tables."""
+    """Make a batch that the runner repeats (`vllm_batches.py`) keep its attention metadata.
+
+    The launcher's attention must compute all layers: its graphs read only lengths and block tables.
+    """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 

@@ -70,7 +70,7 @@ CACHE_READS = 0.85
 LAUNCH_S, LAUNCH_EXPERTS_S, LAUNCH_EXPERT_S = 4.5e-3, 1.7e-2, 7e-5
 # An engine's host time per decoding step, token and request. vLLM's first model runner, which records experts, draws
 # each request's token by a separate kernel, and takes longer per token.
-ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 1.2e-5, 6e-5, 5e-4
+ENGINE_STEP_S, TOKEN_S, TOKEN_FIRST_RUNNER_S, REQUEST_S = 2e-3, 5e-6, 6e-5, 5e-4
 # Query heads that cascade attention computes for one key head and prompt (`compat/vllm_cascade.py`).
 CASCADE_ROWS = 64
 # Share of a prompt's reads that go to the GPU's memory; other samples have brought the rest to its cache.

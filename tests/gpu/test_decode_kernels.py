@@ -63,7 +63,7 @@ def test_queries_and_keys_are_those_of_vllms_layers(heads, key_heads, size):
         rotary = get_rope(size, 4096, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     for norm in norms:
         norm.weight.data = 1 + torch.rand_like(norm.weight)
-    seen = []
+    seen: list[tuple[torch.Tensor, ...]] = []
     layer = SimpleNamespace(
         num_heads=heads,
         num_kv_heads=key_heads,

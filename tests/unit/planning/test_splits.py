@@ -127,7 +127,7 @@ def test_a_policy_that_takes_the_step_shares_all_gpus():
 def test_stale_rollouts_must_save_more():
     """A few seconds less with stale rollouts are no reason to give up synchronous ones, but they are one to stay."""
     small = model_shape(KNOWN_MODELS["Qwen/Qwen3-0.6B"])
-    batch = ["algorithm.num_prompts_per_step=256", "policy.train_global_batch_size=2048"]
+    batch = ["algorithm.num_prompts_per_step=140", "policy.train_global_batch_size=1120"]
     sync = replace(splits_of(*batch, "generation.max_new_tokens=500"), shape=small)
     faster = next(one for one in sync.others if one.colocated and one.overlaps)
     assert 0.85 * sync.present.seconds < faster.seconds < 0.95 * sync.present.seconds
