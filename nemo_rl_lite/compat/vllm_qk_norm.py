@@ -33,11 +33,13 @@ def fused(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from vllm import _custom_ops
 
     def forward_fused(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or positions.dim() != 1:
+            return forward(self, positions, hidden_states)
         fuses: bool | None = getattr(self, _FUSES, None)
         if fuses is None:
             fuses = can_fuse(self)
             setattr(self, _FUSES, fuses)
-        if not fuses or positions.dim() != 1 or torch.compiler.is_compiling():
+        if not fuses:
             return forward(self, positions, hidden_states)
         states, _ = self.qkv_proj(hidden_states)
         _custom_ops.fused_qk_norm_rope(
@@ -61,11 +63,14 @@ def fused(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def can_fuse(layer: Any) -> bool:
     """Return whether the kernel fits a `Qwen3Attention`."""
+    from vllm import envs
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     rotary, norms = layer.rotary_emb, (layer.q_norm, layer.k_norm)
     return (
-        type(rotary).forward_cuda is RotaryEmbedding.forward_cuda
+        # Some embeddings have no such method.
+        getattr(type(rotary), "forward_cuda", None) is RotaryEmbedding.forward_cuda
+        and not envs.VLLM_BATCH_INVARIANT
         and not rotary.use_flashinfer
         and rotary.rotary_dim == layer.head_dim
         and layer.head_dim in _HEAD_SIZES

@@ -41,8 +41,13 @@ def layer(rotary=RotaryEmbedding, flashinfer=False, rotary_dim=64, size=64, dtyp
     )
 
 
+class Other(torch.nn.Module):
+    """Has no method for a GPU."""
+
+
 OTHERS = [
     {"rotary": Scaled},
+    {"rotary": Other},
     {"flashinfer": True},
     {"rotary_dim": 32},
     {"size": 80, "rotary_dim": 80},
@@ -60,6 +65,11 @@ def test_other_layers_keep_their_kernels(changes):
     assert not can_fuse(layer(**changes))
     forward = fused(lambda self, positions, states: "theirs")
     assert forward(layer(**changes), torch.arange(3), torch.zeros(3, 256)) == "theirs"
+
+
+def test_engines_with_batch_invariance_keep_their_kernels(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not can_fuse(layer())
 
 
 def test_positions_with_several_parts_keep_their_kernels():
