@@ -62,8 +62,8 @@ def keep_batches() -> None:
             advance(self, last.inputs, model_runner)
             return last.inputs
         inputs = prepare(self, step, graph)
-        can_repeat = graph.cg_mode is CUDAGraphMode.FULL and is_decoding(self, inputs)
-        setattr(self, _LAST, _Last(inputs, graph) if can_repeat else None)
+        kept = graph.cg_mode is CUDAGraphMode.FULL and can_repeat(self, inputs)
+        setattr(self, _LAST, _Last(inputs, graph) if kept else None)
         return inputs
 
     def forget_and_run_dummy(self: Any, *args: Any, **named: Any) -> Any:
@@ -75,7 +75,7 @@ def keep_batches() -> None:
     runners.prepare_inputs, runners._dummy_run = prepare_or_advance, forget_and_run_dummy
 
 
-def is_decoding(runner: Any, inputs: Any) -> bool:
+def can_repeat(runner: Any, inputs: Any) -> bool:
     """Return whether a batch has one new token of each request, and nothing else."""
     return (
         inputs.num_tokens == inputs.num_reqs

@@ -222,7 +222,7 @@ RECORDS = [
     _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
     _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, fitted=True, own_kernels=True),
     _decoding("decode-512-1x-h200", "qwen3-1.7b", tokens=512, setting="vLLM's attention", own_kernels=True),
-    _decoding("decode-64-1x-h200", "qwen3-1.7b", tokens=512, sequences=64, own_kernels=True),
+    _decoding("decode-64-1x-h200", "qwen3-1.7b", tokens=512, sequences=64, fitted=True, own_kernels=True),
     _decoding("decode-llama3.1-8b-1x-h200", "llama3.1-8b", tokens=512, own_kernels=True),
     _prompts("decode-512-prompts-2048-own-kernels-1x-h200", setting="the launcher's", own_kernels=True),
     _prompts(setting="the launcher's", fitted=True),
