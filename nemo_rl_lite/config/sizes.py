@@ -460,6 +460,16 @@ def shares_prompts(policy: PolicyConfig, on_gpu: bool) -> bool:
     return plain and policy.sequence_packing.shared_prompts is not False and batch_mode(policy, on_gpu) == "packed"
 
 
+def makes_inputs_at_once(policy: PolicyConfig, on_gpu: bool) -> bool:
+    """Return whether attention layers make queries, keys and values of packed rows in one kernel, where they can.
+
+    Offloaded activations are found by their module, and CUDA graphs need rotations that each pass computes.
+    """
+    parallel = policy.megatron_cfg
+    plain = parallel.context_parallel_size == 1 and not parallel.fine_grained_activation_offloading
+    return on_gpu and plain and parallel.cuda_graph_impl == "none" and batch_mode(policy, on_gpu) == "packed"
+
+
 def prompt_siblings(config: Config) -> int:
     """Return the number of neighbouring rows whose prompt packs may share; 1 if they share none."""
     parallel = config.policy.megatron_cfg

@@ -6,7 +6,8 @@ grouped-query attention, RMSNorm and a gated MLP. With hidden size h, total widt
 width f, it keeps, in elements per token:
 
     inputs and outputs of the two norms          4 h
-    queries, keys and values as attended to      q + 2 k     and q + k more where they are normalised
+    queries, keys and values as attended to      q + 2 k
+    before their norms, where they have these    q + k, and k more where one kernel makes all three
     attention's output                           q
     gated MLP                                    3 f fused, 5 f on CPUs, where it is not
 
@@ -41,6 +42,7 @@ from nemo_rl_lite.config.sizes import (
     engine_ranks,
     keeps_logits,
     least_saved,
+    makes_inputs_at_once,
     mb_tokens,
     micro_batch_sizes,
     on_gpus,
@@ -156,12 +158,13 @@ def layer_bytes(config: Config, shape: ModelShape, batch: MicroBatch) -> dict[st
     # With tensor parallelism, experts require sequence parallelism, so each rank dispatches its own tokens.
     dispatched = sparse * shape.experts_per_token
     fused = on_gpus(config)
+    of_norms = queries + keys + (values if makes_inputs_at_once(config.policy, fused) else 0.0)
     # Flash attention keeps one float32 per token and head; megatron-core's attention keeps all scores.
     scores = batch.tokens * 4 * shape.heads / tensor * (1 if fused else batch.row)
     return {
         # Transformer Engine fuses norms into the next linear layer, except before experts.
         "attn_norm": 0.0,
-        "qkv_linear": 2 * hidden + compressed + (queries + keys if shape.qk_norm else 0),
+        "qkv_linear": 2 * hidden + compressed + (of_norms if shape.qk_norm else 0.0),
         "core_attn": queries + keys + values,
         "attn_proj": attended,
         "mlp_norm": sparse * hidden,

@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_rl_lite.compat import transformer_engine
 from nemo_rl_lite.compat.megatron import (
     auto_bridge,
+    differentiate_swiglu_in_one_pass,
     exchange_shapes_by_direction,
     fuse_accumulation_without_apex,
     leave_queries_unnormalized,
@@ -31,13 +32,14 @@ from nemo_rl_lite.config.sizes import (
     adds_in_gemms,
     keeps_logits,
     linear_layers,
+    makes_inputs_at_once,
     model_chunks,
     recomputed_modules,
     shares_prompts,
 )
 from nemo_rl_lite.errors import TrainingError
 from nemo_rl_lite.models.flops import forward_cost
-from nemo_rl_lite.policy import activation_offload, moe, shared_prompts
+from nemo_rl_lite.policy import activation_offload, attention_inputs, moe, shared_prompts
 from nemo_rl_lite.policy.context import ContextRanks, check_shareable, follow_groups
 from nemo_rl_lite.policy.interface import ParallelPlace
 from nemo_rl_lite.policy.logprobs import check_scorable
@@ -270,6 +272,8 @@ def build_model(
     if shares_prompts(config, on_gpu):
         shares = shared_prompts.install(model.bare_chunks, config, device)
         model.place = replace(model.place, shares_prompts=shares)
+    if makes_inputs_at_once(config, on_gpu):
+        attention_inputs.install(model.bare_chunks)
     if model.place.has_logits:
         check_scorable(unwrap_model(model.chunks[-1]))
     return model
@@ -455,6 +459,7 @@ def _set_gpu_kernels(provider: Any, options: MegatronConfig) -> None:
     provider.apply_rope_fusion = not provider.multi_latent_attention
     # megatron-bridge sets it for some models. Unfused, the activation keeps two more copies of its input.
     provider.bias_activation_fusion = provider.gated_linear_unit and provider.activation_func is F.silu
+    differentiate_swiglu_in_one_pass()
     provider.gradient_accumulation_fusion = adds_in_gemms(options, on_gpu=True)
     if provider.gradient_accumulation_fusion:
         fuse_accumulation_without_apex()

@@ -1,7 +1,8 @@
 """One policy rank without Ray: an optimizer step on rows that share prompts, in one layout after another.
 
 shared_prompts_rank.py MODEL_FOLDER OUTPUT_FOLDER LAYOUTS, a JSON object of overrides by layout. Rank 0 writes for each:
-previous and reference logprobs, metrics, this rank's gradients by name, and the tokens of each micro-batch.
+previous and reference logprobs, metrics, this rank's gradients by name, and the tokens of each micro-batch. In layouts
+"... at once", attention layers make queries, keys and values at once, also on CPUs.
 """
 
 import sys
@@ -11,6 +12,7 @@ import torch
 from nemo_rl_lite.config.schema_algorithm import GRPOConfig
 from nemo_rl_lite.losses.batch import TokenRow
 from nemo_rl_lite.losses.grpo import GRPOLoss
+from nemo_rl_lite.policy import attention_inputs
 from nemo_rl_lite.policy.interface import SAVED_WORK
 from nemo_rl_lite.policy.micro_batches import cut
 from tests.functional.rank import gathered, keep, policies
@@ -22,6 +24,8 @@ GROUPS = {9: (8, 3, 11, 6), 20: (5, 2, 7, 4), 30: (12, 20, 9, 16), 4: (6, 6, 6, 
 def main(model_folder: str, output_folder: str, layouts: str) -> None:
     for name, config, worker in policies(model_folder, layouts):
         loss, rows = GRPOLoss(config.options(GRPOConfig).loss_fn), sampled_rows()
+        if name.endswith("at once"):
+            assert attention_inputs.install(worker._model.bare_chunks)
         worker.put_batch(rows)
         worker.score(("previous", "reference"), loss.counts(rows))
         worker.prepare_for_training()

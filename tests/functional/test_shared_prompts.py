@@ -1,14 +1,19 @@
 """Packs that compute a prompt once give what packs with a prompt in each row give."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.functional.ranks import run_ranks
+from tests.functional.ranks import reserved_ports, run_ranks
 
 pytestmark = pytest.mark.functional
+
+SCRIPT = Path(__file__).with_name("shared_prompts_rank.py")
 
 COMMON = [
     "algorithm.num_prompts_per_step=4",
@@ -33,8 +38,10 @@ LAYOUTS = {
         "pipeline recomputed": [TWO, PIPELINE, SHARED, RECOMPUTED],
     },
 }
+AT_ONCE = {"at once": [SHARED], "recomputed at once": [SHARED, RECOMPUTED]}
 PAIRS = [("shared", "plain"), ("recomputed", "plain"), ("tensor shared", "tensor plain")]
 PAIRS += [("pipeline shared", "pipeline plain"), ("pipeline recomputed", "pipeline plain")]
+PAIRS += [(name, "plain") for name in AT_ONCE]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +49,19 @@ def outcomes(model_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared_prompts")
     for ranks, layouts in LAYOUTS.items():
         cases = json.dumps({name: COMMON + own for name, own in layouts.items()})
-        run_ranks(Path(__file__).with_name("shared_prompts_rank.py"), [str(model_folder), str(folder), cases], ranks)
+        run_ranks(SCRIPT, [str(model_folder), str(folder), cases], ranks)
+    cases = json.dumps({name: COMMON + own for name, own in AT_ONCE.items()})
+    with reserved_ports() as port:
+        place = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        # Triton reads it when it is imported, which has happened in the processes that ranks come from.
+        own = os.environ | place | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+        subprocess.run([sys.executable, str(SCRIPT), str(model_folder), str(folder), cases], env=own, check=True)
     return lambda layout: torch.load(folder / layout.replace(" ", "-"), weights_only=False)
 
 

@@ -376,8 +376,8 @@ def test_context_parallel_ranks_share_activations_and_optimizer_states():
     )
     for phase in (Phase.TRAIN, Phase.LOGPROB):
         ours, whole = (one[phase, Component.ACTIVATIONS].device for one in (shared, alone))
-        # The gradient of the last matrix is not shared.
-        assert 0.49 * whole < ours < 0.53 * whole
+        # The gradient of the last matrix is not shared. Values are kept once less, without the kernel for one rank.
+        assert 0.48 * whole < ours < 0.53 * whole
     for component in (Component.PARAMETERS, Component.GRADIENTS, Component.OPTIMIZER_STATES):
         assert shared[Phase.TRAIN, component] == alone[Phase.TRAIN, component]
 

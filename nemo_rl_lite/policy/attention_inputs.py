@@ -1,0 +1,148 @@
+"""Make queries, keys and values of packed rows in one kernel: split the projection, normalize, rotate.
+
+megatron-core splits an attention layer's projection, copies queries, normalizes queries and keys, and rotates both.
+These are eight kernels, and twelve in the backward pass, which read and write all of it each time. Results equal theirs
+up to the rounding of sums.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_lite.policy.shared_prompts import SharedKeys
+
+# Rotations of a few rows in flight.
+_KEPT = 8
+# Largest head.
+_MOST = 256
+
+
+def install(chunks: Sequence[Any]) -> int:
+    """Let a model's attention layers use the kernels where they can. Return the number of these layers."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    layers = [module for chunk in chunks for module in chunk.modules() if type(module) is SelfAttention]
+    suitable = list(filter(_is_plain, layers))
+    for layer in suitable:
+        _Inputs(layer)
+    return len(suitable)
+
+
+def _is_plain(attention: Any) -> bool:
+    """Return whether a layer has heads, norms and rotations that the kernels know."""
+    config, size = attention.config, attention.hidden_size_per_attention_head
+    norms = attention.q_layernorm, attention.k_layernorm
+    has_heads = config.num_query_groups >= attention.world_size and size.bit_count() == 1 and size <= _MOST
+    rotates = not (config.rotary_interleaved or config.no_rope_freq) and attention._yarn_concentration_factor == 1
+    is_usual = not (config.attention_output_gate or config.test_mode)
+    return has_heads and rotates and is_usual and (_are_absent(norms) or all(map(_is_norm, norms)))
+
+
+def _are_absent(norms: Sequence[Any]) -> bool:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    return all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
+
+
+def _is_norm(norm: Any) -> bool:
+    """Return whether this is torch's or Transformer Engine's norm, with its usual weight."""
+    return type(norm).__name__ == "RMSNorm" and not getattr(norm, "zero_centered_gamma", False)
+
+
+class _Inputs:
+    """Queries, keys and values of one layer."""
+
+    def __init__(self, attention: Any):
+        self._attention, self._separately = attention, attention.get_query_key_value_tensors
+        norms = (attention.q_layernorm, attention.k_layernorm)
+        self._norms = () if _are_absent(norms) else norms
+        self._embedded: tuple[Tensor, Tensor | None] | None = None
+        attention.register_forward_pre_hook(self._take_embedding, with_kwargs=True)
+        attention.get_query_key_value_tensors = self.tensors
+
+    def _take_embedding(self, _: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Keep the rotary embedding of a packed row, so that megatron-core does not rotate it."""
+        embedding, packed = options.get("rotary_pos_emb"), options.get("packed_seq_params")
+        self._embedded = None
+        if not isinstance(embedding, Tensor) or embedding.shape[-1] != self._attention.hidden_size_per_attention_head:
+            return None
+        if isinstance(packed, SharedKeys):
+            # Its embedding is that of each token.
+            self._embedded = embedding, None
+        elif packed is not None and packed.qkv_format == "thd":
+            self._embedded = embedding, packed.cu_seqlens_q
+        else:
+            return None
+        return arguments, options | {"rotary_pos_emb": None}
+
+    def tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+        """Return queries [N, 1, heads, d], keys and values [N, 1, groups, d] of hidden states [N, 1, h]."""
+        embedded, self._embedded = self._embedded, None
+        if embedded is None:
+            return self._separately(hidden_states, *arguments, **options)
+        from nemo_rl_lite.policy.attention_inputs_kernel import Heads
+
+        attention, weights = self._attention, []
+        projected, _ = attention.linear_qkv(hidden_states)
+        for norm in self._norms:
+            # megatron-core waits in a hook for weights that it gathers.
+            for hook in norm._forward_pre_hooks.values():
+                hook(norm, ())
+            weights.append(norm.weight)
+        groups, size = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        per_group = attention.num_attention_heads_per_partition // groups
+        heads = Heads(groups, per_group, size, self._norms[0].eps if self._norms else 0.0)
+        turns = _rotation(*embedded, len(projected))
+        made = _Separated.apply(projected.squeeze(1), *(weights or (None, None)), *turns, heads)
+        return tuple(one.unsqueeze(1) for one in made)
+
+
+@lru_cache(maxsize=_KEPT)
+def _rotation(embedding: Tensor, boundaries: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of each token's angles, float32 [N, d / 2].
+
+    `embedding`: angles of each position, or of each token without `boundaries`, [.., 1, 1, d]. Its halves are equal.
+    The cache key is the tensors, the same objects in all layers.
+    """
+    angles = embedding.flatten(1)[:, : embedding.shape[-1] // 2].float()
+    if boundaries is not None:
+        place = torch.arange(tokens, device=boundaries.device)
+        sequence = torch.searchsorted(boundaries, place, right=True) - 1
+        angles = angles.index_select(0, place - boundaries[sequence])
+    return angles.cos().contiguous(), angles.sin().contiguous()
+
+
+class _Separated(torch.autograd.Function):
+    """(projection [N, width], two weights [d] or None, cosines and sines [N, d / 2], `Heads`) -> queries, keys and
+    values, [N, heads, d] each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projected: Tensor,
+        of_query: Tensor | None,
+        of_key: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        heads: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from nemo_rl_lite.policy.attention_inputs_kernel import separate
+
+        weights = None if of_query is None or of_key is None else (of_query, of_key)
+        # Only norms need the projection again.
+        ctx.save_for_backward(None if weights is None else projected, of_query, of_key, cos, sin)
+        ctx.heads = heads
+        return separate(projected, weights, cos, sin, heads)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        from nemo_rl_lite.policy.attention_inputs_kernel import separate_backward
+
+        projected, of_query, of_key, cos, sin = ctx.saved_tensors
+        weights = None if of_query is None else (of_query, of_key)
+        of_projected, of_weights = separate_backward(gradients, projected, weights, cos, sin, ctx.heads)
+        own = (None, None) if of_weights is None else of_weights.to(of_query.dtype).unbind()
+        return of_projected, *own, None, None, None
