@@ -11,8 +11,7 @@ A later option is chosen if it is predicted to save `WORTH` of the step: its lar
 Engines stay awake only if micro-batches of `enough_tokens` fit next to them. Micro-batches are as large as the GPU
 holds, up to `MOST_TOKENS`. Both are tokens per GPU; context-parallel ranks share larger micro-batches. Those of
 pipeline stages are halved while that saves `SOONER` of the predicted time. Logits are kept if they fit too, or if
-micro-batches that leave room for them are at least `KEEPING_SHARE` as large. Packs then take a size of attention's
-kernels, if that is at least `ROUNDED_SHARE` of them.
+micro-batches that leave room for them are at least `KEEPING_SHARE` as large.
 """
 
 import math
@@ -57,9 +56,6 @@ from nemo_rl_lite.planning.time import logprob_seconds, optimizer_step_seconds, 
 # Gradients are dropped, weights copied; optimizer states are six times as large.
 CHEAPEST_FIRST: tuple[OffloadedComponent, ...] = ("gradients", "parameters", "optimizer_states")
 MOST_TOKENS, GRAIN = 65536, 1024
-# Attention's kernels are for a power of 2 of tokens, up to this, or for multiples of it. Smaller packs save more time
-# there than their GEMMs lose, if they are this much of the largest that fit.
-ATTENTION_TOKENS, ROUNDED_SHARE = 32768, 0.75
 # Margin for predictions of GPU memory that are too small (docs/benchmarks, plan-against-measured).
 USED = 0.9
 # The share of a pass that smaller micro-batches must save: their GEMMs are slower, which no prediction includes.
@@ -118,7 +114,6 @@ def resolve_auto(
     if config.policy.megatron_cfg.keep_logits == "auto":
         chosen, reason = _with_kept_logits(chosen, config, shape, gpu_bytes)
         about_logits = [reason]
-    chosen = _with_sizes_of_attention(chosen, config)
     reasons, mode = list(_moves(config, chosen, less)), batch_mode(config.policy, on_gpus(config))
     if chooses_share(config):
         reasons.append(f"an engine takes {engine_share(chosen.generation):.0%} of its GPU")
@@ -256,27 +251,9 @@ def _with_kept_logits(chosen: Config, config: Config, shape: ModelShape, gpu_byt
     if mode != "fixed" and token_limits(config.policy, mode).train_mb_tokens == "auto":
         smaller = _with_limits(kept, mode, train_mb_tokens=tokens)
     if smaller != kept and tokens >= KEEPING_SHARE * micro_batch(chosen, training=True).tokens:
-        return smaller, "logits are kept for the backward pass, with slightly smaller micro-batches"
+        return smaller, f"logits are kept for the backward pass, with micro-batches of {tokens:,} tokens"
     needed = f"{size(max(planned.device[phase] for phase in phases))}, above {USED:.0%} of {size(gpu_bytes)}"
     return again, f"logits are recomputed, because keeping {nbytes} of them needs {needed}"
-
-
-def _with_sizes_of_attention(chosen: Config, given: Config) -> Config:
-    """Return `chosen`, with packs rounded down to a size of attention's kernels where `given` has `auto`.
-
-    Transformer Engine launches cuDNN's kernels for the next power of 2 of a row's tokens, or for the next multiple of
-    `ATTENTION_TOKENS`. Blocks after the last token take time, though they do nothing.
-    """
-    if batch_mode(given.policy, on_gpus(given)) != "packed":
-        return chosen
-    rounded, most = {}, _most_useful(given)
-    for key in ("train_mb_tokens", "logprob_mb_tokens"):
-        tokens = getattr(chosen.policy.sequence_packing, key)
-        if getattr(given.policy.sequence_packing, key) == "auto" and tokens < most:
-            whole = min(1 << tokens.bit_length() - 1, ATTENTION_TOKENS) * max(1, tokens // ATTENTION_TOKENS)
-            enough = max(ROUNDED_SHARE * tokens, sequences_together(given) * given.policy.max_total_sequence_length)
-            rounded |= {key: whole} if whole >= enough else {}
-    return _with_limits(chosen, "packed", **rounded)
 
 
 def _with_policy(config: Config, **values: Any) -> Config:

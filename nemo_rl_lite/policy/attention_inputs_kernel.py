@@ -212,7 +212,7 @@ class Heads:
     size: int
     """Numbers per head, a power of 2."""
     eps: float = 0.0
-    """Of the norms of queries and keys, if there are any."""
+    """Epsilon of the norms of queries and keys, if there are any."""
 
     def launch(self, kernel: Any, programs: int, *tensors: Tensor, normed: bool) -> None:
         tokens, half = len(tensors[0]), self.size // 2

@@ -41,18 +41,20 @@ def reserved_ports() -> Iterator[int]:
     raise RuntimeError("no free ports")
 
 
-def run_ranks(script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 900) -> list[str]:
+def run_ranks(
+    script: Path, arguments: Sequence[str], ranks: int, timeout_s: float = 900, interprets: bool = False
+) -> list[str]:
     """Run `script` once a rank, with torch.distributed's environment, and return what each rank printed. Fails with
-    what the ranks that failed printed."""
+    what the ranks that failed printed. `interprets`: Triton's interpreter runs kernels on the CPU."""
     with tempfile.TemporaryDirectory() as folder, reserved_ports() as port:
-        return _run_ranks(script, arguments, ranks, timeout_s, Path(folder), port)
+        return _run_ranks(script, arguments, ranks, timeout_s, Path(folder), port, interprets)
 
 
 def _run_ranks(
-    script: Path, arguments: Sequence[str], ranks: int, timeout_s: float, folder: Path, port: int
+    script: Path, arguments: Sequence[str], ranks: int, timeout_s: float, folder: Path, port: int, interprets: bool
 ) -> list[str]:
     # A rank that ends closes its connections, and the first one torch.distributed's store, which others may still need.
-    processes, ended = [], _context().Barrier(ranks)
+    processes, ended = [], _context(interprets).Barrier(ranks)
     gpus = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or list(range(ranks))
     try:
         for rank in range(ranks):
@@ -65,7 +67,8 @@ def _run_ranks(
             }
             own = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             environ = dict(os.environ) | own | {"TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-            processes.append(start_script(script, arguments, environ, folder / str(rank), ended))
+            environ |= {"TRITON_INTERPRET": "1"} if interprets else {}
+            processes.append(start_script(script, arguments, environ, folder / str(rank), ended, interprets))
         deadline = time.monotonic() + timeout_s
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
@@ -88,18 +91,20 @@ def start_script(
     environ: Mapping[str, str],
     log: Path,
     ended: Barrier | None = None,
+    is_new: bool = False,
 ) -> BaseProcess:
     """Start what `python script arguments` would do in this environment, with its output in the file `log`. The process
-    is forked from one that has imported megatron-core and vLLM; with GPUs it is a new one. After its last line it waits
-    for `ended`."""
+    is forked from one that has imported megatron-core and vLLM; with GPUs or if it `is_new`, it is a new one. After its
+    last line it waits for `ended`."""
     own = (str(script), list(map(str, arguments)), dict(environ), str(log), ended)
-    process = _context().Process(target=_run, args=own)
+    process = _context(is_new).Process(target=_run, args=own)
     process.start()
     return process
 
 
-def _context() -> BaseContext:
-    return multiprocessing.get_context("spawn") if torch.cuda.is_available() else preloaded()
+def _context(new: bool = False) -> BaseContext:
+    """Return how processes start. Triton reads its environment when it is imported, so some must be new."""
+    return multiprocessing.get_context("spawn") if new or torch.cuda.is_available() else preloaded()
 
 
 def run_script(

@@ -44,7 +44,8 @@ def main(model_folder: str, output_folder: str, layouts: str) -> None:
 
 def gradients(worker) -> dict[str, torch.Tensor]:
     chunks = worker._model.chunks
-    return {name: own.main_grad.cpu() for chunk in chunks for name, own in chunk.named_parameters()}
+    trained = ((name, own) for chunk in chunks for name, own in chunk.named_parameters() if own.requires_grad)
+    return {name: own.main_grad.cpu() for name, own in trained}
 
 
 def sampled_rows() -> list[TokenRow]:

@@ -8,7 +8,7 @@ from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import engine_share, keeps_partial_rollouts, with_overlap
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.offload.residency import Component, Phase
-from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, ROUNDED_SHARE, USED, resolve_auto
+from nemo_rl_lite.planning.automatic import KEEPING_SHARE, MOST_TOKENS, USED, resolve_auto
 from nemo_rl_lite.planning.budget import budget, speed_of
 from nemo_rl_lite.planning.lengths import assumed_lengths
 from nemo_rl_lite.planning.time import optimizer_step_seconds
@@ -54,26 +54,10 @@ def test_the_largest_micro_batch_is_the_largest_that_fits():
     assert config.generation.colocated.sleep is True
     packing = config.policy.sequence_packing
     assert isinstance(packing.train_mb_tokens, int) and packing.train_mb_tokens < MOST_TOKENS
-    # Packs of attention's next size do not fit, and no pack that would have been rounded down to this one.
-    assert packing.train_mb_tokens == 16384
-    more = f"policy.sequence_packing.train_mb_tokens={int(packing.train_mb_tokens / ROUNDED_SHARE) + 1024}"
+    more = f"policy.sequence_packing.train_mb_tokens={packing.train_mb_tokens + 1024}"
     larger, _ = settled(MIDDLE, f"{KEEP}=false", more)
     assert config.generation.vllm_cfg.gpu_memory_utilization == 0.5
     assert share(MIDDLE, config, Phase.TRAIN) <= USED < share(MIDDLE, larger, Phase.TRAIN)
-
-
-def test_packs_take_a_size_of_attentions_kernels_unless_they_hold_a_whole_step():
-    packs = "policy.sequence_packing"
-    for gigabytes, tokens in ((80, 16384), (120, 32768), (600, 65536)):
-        config, _ = settled(MIDDLE, f"{KEEP}=false", gpu_bytes=gigabytes * 2**30)
-        assert config.policy.sequence_packing.train_mb_tokens == tokens
-    asked, _ = settled(MIDDLE, f"{KEEP}=false", f"{packs}.train_mb_tokens=17000")
-    assert asked.policy.sequence_packing.train_mb_tokens == 17000
-    few = ["algorithm.num_prompts_per_step=3", "policy.train_global_batch_size=24"]
-    whole, _ = settled(SMALL, *few, "policy.max_total_sequence_length=850")
-    assert whole.policy.sequence_packing.train_mb_tokens == 24 * 850
-    padded, _ = settled(MIDDLE, f"{packs}.enabled=false", "policy.dynamic_batching.enabled=true")
-    assert padded.policy.dynamic_batching.train_mb_tokens % 16384
 
 
 def test_logits_are_kept_where_micro_batches_stay_nearly_as_large():
@@ -83,7 +67,7 @@ def test_logits_are_kept_where_micro_batches_stay_nearly_as_large():
     config, reasons = settled(MIDDLE)
     most = config.policy.sequence_packing.train_mb_tokens
     assert config.policy.megatron_cfg.keep_logits is True and KEEPING_SHARE * tokens <= most < tokens
-    assert "smaller micro-batches" in reasons[-1] and share(MIDDLE, config, Phase.TRAIN) <= USED
+    assert f"{most:,} tokens" in reasons[-1] and share(MIDDLE, config, Phase.TRAIN) <= USED
     asked, reasons = settled(MIDDLE, f"{KEEP}=true")
     assert asked.policy.sequence_packing.train_mb_tokens == most and "logits" not in "".join(reasons)
     for given, kept in ((most, True), (most + 1024, False)):
