@@ -345,6 +345,14 @@ def differentiate_swiglu_in_one_pass() -> None:
     SwiGLUFunction.backward = staticmethod(backward)  # pyrefly: ignore
 
 
+def gathered_weight(module: torch.nn.Module) -> Tensor:
+    """Return a module's weight, for use without its forward pass. With `overlap_param_gather`, megatron-core waits for
+    the weight in a hook before this pass."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    return module.weight  # pyrefly: ignore
+
+
 def add_norms_in_few_kernels() -> None:
     """Let torch's kernels for many tensors compute the norm of gradients.
 

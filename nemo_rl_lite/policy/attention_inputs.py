@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_rl_lite.compat.megatron import gathered_weight
 from nemo_rl_lite.policy.shared_prompts import SharedKeys
 
 # Rotations of a few rows in flight.
@@ -23,8 +24,11 @@ _MOST = 256
 def install(chunks: Sequence[Any]) -> int:
     """Let a model's attention layers use the kernels where they can. Return the number of these layers."""
     from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.utils import unwrap_model
 
-    layers = [module for chunk in chunks for module in chunk.modules() if type(module) is SelfAttention]
+    models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
+    rotating = [model for model in models if getattr(model, "position_embedding_type", None) == "rope"]
+    layers = [module for model in rotating for module in model.modules() if type(module) is SelfAttention]
     suitable = list(filter(_is_plain, layers))
     for layer in suitable:
         _Inputs(layer)
@@ -32,13 +36,12 @@ def install(chunks: Sequence[Any]) -> int:
 
 
 def _is_plain(attention: Any) -> bool:
-    """Return whether a layer has heads, norms and rotations that the kernels know."""
+    """Return whether a layer with plain rotary embeddings has heads and norms that the kernels know."""
     config, size = attention.config, attention.hidden_size_per_attention_head
     norms = attention.q_layernorm, attention.k_layernorm
     has_heads = config.num_query_groups >= attention.world_size and size.bit_count() == 1 and size <= _MOST
-    rotates = not (config.rotary_interleaved or config.no_rope_freq) and attention._yarn_concentration_factor == 1
-    is_usual = not (config.attention_output_gate or config.test_mode)
-    return has_heads and rotates and is_usual and (_are_absent(norms) or all(map(_is_norm, norms)))
+    is_other = config.rotary_interleaved or config.no_rope_freq or config.attention_output_gate or config.test_mode
+    return has_heads and not is_other and (_are_absent(norms) or all(map(_is_norm, norms)))
 
 
 def _are_absent(norms: Sequence[Any]) -> bool:
@@ -85,13 +88,9 @@ class _Inputs:
             return self._separately(hidden_states, *arguments, **options)
         from nemo_rl_lite.policy.attention_inputs_kernel import Heads
 
-        attention, weights = self._attention, []
+        attention = self._attention
         projected, _ = attention.linear_qkv(hidden_states)
-        for norm in self._norms:
-            # megatron-core waits in a hook for weights that it gathers.
-            for hook in norm._forward_pre_hooks.values():
-                hook(norm, ())
-            weights.append(norm.weight)
+        weights = list(map(gathered_weight, self._norms))
         groups, size = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         per_group = attention.num_attention_heads_per_partition // groups
         heads = Heads(groups, per_group, size, self._norms[0].eps if self._norms else 0.0)

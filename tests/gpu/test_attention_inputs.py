@@ -19,8 +19,10 @@ def test_the_kernels_give_what_torch_gives(dtype, normed):
 
 
 def test_they_give_what_transformer_engine_gives():
-    import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+    import transformer_engine.pytorch as te  # pyrefly: ignore[missing-import]
+    from transformer_engine.pytorch.attention.rope import (  # pyrefly: ignore[missing-import]
+        apply_rotary_pos_emb,
+    )
 
     from nemo_rl_lite.policy.attention_inputs import _rotation, _Separated
     from nemo_rl_lite.policy.attention_inputs_kernel import Heads
@@ -66,5 +68,5 @@ def test_the_gradient_of_swiglu_is_that_of_torch():
     gate, up = theirs.chunk(2, -1)
     (torch.nn.functional.silu(gate) * up).backward(gradient.float())
     bias_swiglu_impl(ours, None).backward(gradient)
-    assert ours.grad.shape == ours.shape
+    assert ours.grad is not None and ours.grad.shape == ours.shape
     torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=0.01, atol=0.001)

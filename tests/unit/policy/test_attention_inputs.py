@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_rl_lite.compat.megatron import gathered_weight
 from nemo_rl_lite.policy.attention_inputs import _is_plain
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +30,7 @@ for sizes in SMALL:
     assert done.returncode == 0, done.stderr
 
 
-def attention(*, norm=None, size=128, groups=8, ranks=2, concentration=1.0, **settings):
+def attention(*, norm=None, size=128, groups=8, ranks=2, **settings):
     usual = {"rotary_interleaved": False, "no_rope_freq": None, "attention_output_gate": False, "test_mode": False}
     return SimpleNamespace(
         config=SimpleNamespace(num_query_groups=groups, **usual | settings),
@@ -37,7 +38,6 @@ def attention(*, norm=None, size=128, groups=8, ranks=2, concentration=1.0, **se
         world_size=ranks,
         q_layernorm=norm,
         k_layernorm=norm,
-        _yarn_concentration_factor=concentration,
     )
 
 
@@ -52,7 +52,6 @@ def test_layers_with_usual_heads_norms_and_rotations_use_them():
         {"size": 96},
         {"size": 512},
         {"groups": 1},
-        {"concentration": 1.2},
         {"rotary_interleaved": True},
         {"no_rope_freq": [0, 1]},
         {"attention_output_gate": True},
@@ -66,3 +65,9 @@ def test_a_norm_whose_weight_is_centered_at_zero_keeps_megatron_cores():
     norm = torch.nn.RMSNorm(128)
     norm.zero_centered_gamma = True
     assert not _is_plain(attention(norm=norm))
+
+
+def test_a_weight_that_megatron_core_gathers_is_waited_for():
+    norm, waited = torch.nn.RMSNorm(128), []
+    norm.register_forward_pre_hook(lambda module, *_: waited.append(module))
+    assert gathered_weight(norm) is norm.weight and waited == [norm]
