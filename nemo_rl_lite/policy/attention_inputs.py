@@ -15,8 +15,8 @@ from torch import Tensor
 from nemo_rl_lite.compat.megatron import gathered_weight
 from nemo_rl_lite.policy.shared_prompts import SharedKeys
 
-# Rotations of a few rows in flight.
-_KEPT = 8
+# Rotations of the last rows: all layers of a pass use the same one.
+_KEPT = 2
 # Largest head.
 _MOST = 256
 

@@ -223,7 +223,7 @@ class Heads:
 def separate(
     projected: Tensor, weights: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [N, G P, d], keys and values [N, G, d] of `projected`, [N, G (P + 2) d].
+    """Return queries [N, G P, d], keys and values [N, G, d] of a contiguous `projected`, [N, G (P + 2) d].
 
     Queries and keys are normalized with `weights`, each [d], and rotated by `cos` and `sin`, float32 [N, d / 2]. A
     head's first half is rotated with its second half.
