@@ -1,7 +1,8 @@
 """Measure the bytes and seconds of checkpoints on four policy ranks on CPUs, or on GPUs:
 checkpoint_io.py MODEL [--gpus N] [--repetitions 3] [--folder FOLDER]
 
-Each layout saves a checkpoint and loads it again, and the second layout also loads the checkpoint of the first. The
+Each layout saves a checkpoint and loads it again, and the second layout also loads the checkpoint of the first. One GPU
+has one layout. The first save makes the pinned host memory that later saves use, so it has results of its own. The
 policy's processes are those of a run, without Ray. Bytes are those of read and write calls of all ranks and of the
 launcher's check (/proc/self/io). A second read of the same bytes counts, also if memory has them. Host memory is a
 rank's largest increase while training waits. FOLDER holds the checkpoints until the end.
@@ -43,7 +44,8 @@ class Ranks:
 
     @property
     def layouts(self) -> dict[str, list[str]]:
-        return {f"data {self.count}": [], f"data {self.count // 2} x tensor 2": [TENSOR]}
+        whole: dict[str, list[str]] = {f"data {self.count}": []}
+        return whole if self.count == 1 else whole | {f"data {self.count // 2} x tensor 2": [TENSOR]}
 
     @property
     def overrides(self) -> list[str]:
@@ -57,8 +59,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=os.environ.get("NRL_BENCH_OUT"))
     given = parser.parse_args(arguments)
-    if given.gpus % 2:
-        parser.error("--gpus: an even number, for tensor parallel 2")
+    if given.gpus > 1 and given.gpus % 2:
+        parser.error("--gpus: 1, or an even number, for tensor parallel 2")
     if given.folder is not None:
         Path(given.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
@@ -66,13 +68,18 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(model: Path, ranks: Ranks, repetitions: int, folder: Path) -> None:
-    results, bars, (first, second) = [], [], ranks.layouts
-    for layout, source in ((first, first), (second, second), (second, first)):
+    results, bars, layouts = [], [], list(ranks.layouts)
+    for layout, source in [*zip(layouts, layouts, strict=True), *zip(layouts[1:], layouts, strict=False)]:
         case = layout if layout == source else f"{layout}, from {source}"
         store = CheckpointStore(folder / source, Retention(1, 0, None, True))
         of_ranks = run(model, ranks, layout, store, repetitions, layout == source)
         found = [combined(reps, store) for reps in zip(*of_ranks, strict=True)]
-        results += [record.result(name, case, unit, [one[name, unit] for one in found]) for name, unit in found[0]]
+        values: dict[tuple[str, str], list[float]] = {}
+        for number, one in enumerate(found):
+            for (name, unit), value in one.items():
+                key = (name if number else name.replace("save", "first save"), unit)
+                values.setdefault(key, []).append(value)
+        results += [record.result(name, case, unit, reps) for (name, unit), reps in values.items()]
         for one in results:
             if one["config"] == case:
                 print(case, one["name"], round(one["median"], 3), one["unit"], flush=True)
