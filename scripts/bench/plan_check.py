@@ -216,7 +216,7 @@ RECORDS = [
     _way("rollout-workers-large-1x-h200", "rollout_workers", "0 rollout workers", "qwen3-1.7b", LONG, fitted=True),
     _way("engines-versions-1x-h100", "speed", "fast scheduler", "qwen3-1.7b", LONG),
     _way("speed-ablation-large-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG),
-    _way("peers-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite"),
+    _way("peers-search-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite"),
     _decoding("engine-settings-1x-h100", "qwen3-1.7b", tokens=512, setting="default"),
     # By its trace.
     _decoding("decode-qwen3-1.7b-1x-h200", "qwen3-1.7b", tokens=512, fitted=True),
@@ -231,6 +231,16 @@ RECORDS = [
     _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", tokens=512, kind="8 layers, no policy"),
     _decoding("decode-qwen3-30b-a3b-1x-h200", "qwen3-30b-a3b", tokens=256, kind="experts, no policy"),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
+    _way(
+        "peers-lora-1.7b-1x-h200",
+        "lora",
+        "adapters, rank 16",
+        "qwen3-1.7b",
+        LONG,
+        "nemo_rl_lite",
+        kind="adapters",
+        own_kernels=True,
+    ),
     Recorded(
         "async-rate-1x-h100",
         "sync, engine sleeps",
@@ -276,7 +286,7 @@ RECORDS = [
             ("pipeline, a layer less in the last stage", "pipeline"),
         )
     ),
-    _way("peers-trl-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite", own_kernels=True),
+    _way("peers-1.7b-1x-h200", "speed", "fast scheduler", "qwen3-1.7b", LONG, "nemo_rl_lite", own_kernels=True),
 ]
 GRID = [
     _way("async-rate-2x-h200", "async_2", "sync, 1 + 1 GPUs", "qwen3-1.7b", SHORT),

@@ -233,10 +233,13 @@ TABLES = {
     ),
     "checkpoint GPU table": Table(
         "analysis/checkpoints",
-        "checkpoint-io-2x-h200",
+        "checkpoint-io-1x-h200",
         tuple(
             f"{what}{rate}"
-            for what in ("save, training waits", "save, whole", "load")
+            for what in (
+                *(f"{which}save, {part}" for which in ("first ", "") for part in ("training waits", "whole")),
+                "load",
+            )
             for rate in ("", ", of 100 GB at this rate")
         ),
     ),
