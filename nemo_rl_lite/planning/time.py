@@ -2,15 +2,16 @@
 
 The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak. Recomputing activations adds a forward pass of
 the layers. Each micro-batch also reads the weights and adds to the gradients, and tensor, expert and pipeline parallel
-ranks exchange hidden states. A layer takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. A
-layer with experts takes `LAUNCH_EXPERTS_S`, and `LAUNCH_EXPERT_S` for each expert of the rank. A pipeline is as fast as
-its busiest stage, and fills once per optimizer step. Replicas reduce gradients and gather weights once per optimizer
-step; overlapped, only what exceeds the passes counts.
+ranks exchange hidden states. LoRA's adapters read and write the inputs and outputs of their layers. A layer takes at
+least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. A layer with experts takes `LAUNCH_EXPERTS_S`, and
+`LAUNCH_EXPERT_S` for each expert of the rank. A pipeline is as fast as its busiest stage, and fills once per optimizer
+step. Replicas reduce gradients and gather weights once per optimizer step; overlapped, only what exceeds the passes
+counts.
 
 Engines read weights once per decoding step and each request's KV cache once per token, at a share of the memory
 bandwidth. Samples of a prompt find part of its cache on the chip, or read it once with cascade attention. Where the
-FLOPs of linear layers or of attention take longer than their bytes, they count instead. The host schedules the next
-step meanwhile, so the slower of GPU and host counts.
+FLOPs of linear layers or of attention take longer than their bytes, they count instead. Each adapter that engines apply
+takes `SERVED_ADAPTER_S` per step. The host schedules the next step meanwhile, so the slower of GPU and host counts.
 
 The constants fit records of docs/benchmarks that `scripts/bench/plan_check.py` names; other records are held out. Not
 predicted: offload moves, FP8, communication of engines and context parallel ranks, environments, rewards, agents and
@@ -23,9 +24,17 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_lite.compat.versions import KERNEL_HEAD_SIZES
 from nemo_rl_lite.config.algorithms import compares
-from nemo_rl_lite.config.engines import CASCADE, chosen_attention, engine_of, engines_quantize, engines_sleep
+from nemo_rl_lite.config.engines import (
+    CASCADE,
+    chosen_attention,
+    engine_of,
+    engines_quantize,
+    engines_serve_adapters,
+    engines_sleep,
+)
 from nemo_rl_lite.config.schema import Config
 from nemo_rl_lite.config.sizes import (
+    adapted_layers,
     as_teacher,
     batch_mode,
     engine_capacity,
@@ -78,6 +87,9 @@ PROMPT_READS = 0.45
 # An engine's GPU time per token outside of matrices and attention: sampling, logprobs, small kernels and gaps. The
 # launcher's kernels take less.
 SAMPLE_S, OWN_SAMPLE_S = 5e-6, 2.5e-6
+# How often an adapter reads or writes its layer's input and output in a forward or backward pass, and an engine's time
+# per decoding step for each adapter that it applies.
+ADAPTER_MOVES, SERVED_ADAPTER_S = 3.4, 1.9e-5
 # Time of a CPU optimizer step per parameter of a rank.
 CPU_OPTIMIZER_S = 8e-10
 # Fixed time of a refit and its check: non-colocated engines, colocated engines that wake up, and colocated engines that
@@ -206,7 +218,16 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     linear = requests * matrix_flops(shape, lengths.mean)
     attention = requests * (attention_flops(shape, whole) - attention_flops(shape, lengths.prompt))
     layers = max(weights / reading, linear / rate) + max(caches / (cache_reads * gpu.bandwidth), attention / rate)
-    return prompts / rate + layers + requests * lengths.mean * sample_s
+    return (
+        prompts / rate + layers + requests * lengths.mean * sample_s + steps * _served_adapters_seconds(config, shape)
+    )
+
+
+def _served_adapters_seconds(config: Config, shape: ModelShape) -> float:
+    """Return the time of the adapters that engines apply, per decoding step."""
+    peft = config.policy.megatron_cfg.peft
+    served = engines_serve_adapters(config.generation, config.policy)
+    return shape.layers * len(adapted_layers(peft, shape.linear_layers)) * SERVED_ADAPTER_S if served else 0.0
 
 
 def _has_own_attention(config: Config, shape: ModelShape) -> bool:
@@ -297,7 +318,8 @@ def _passes(config: Config, shape: ModelShape, gpu: Gpu, lengths: Lengths, seque
     sparse = 1 - shape.dense_layers / shape.layers
     experts_s = LAUNCH_EXPERTS_S + shape.experts / dims.ep * LAUNCH_EXPERT_S
     launch = (1 - sparse) * LAUNCH_S + sparse * experts_s
-    each = max(flops / (MFU * gpu.flops) + read + moved, passes * max(layers) * launch)
+    adapters = passes * share * tokens / count * _adapter_bytes(config, shape) / (POLICY_READS * gpu.bandwidth)
+    each = max(flops / (MFU * gpu.flops) + read + moved + adapters, passes * max(layers) * launch)
     # Filling the pipeline takes a pass per further stage, of one model chunk.
     return (filled + (dims.pp - 1) / dims.chunks) * each
 
@@ -308,10 +330,23 @@ def _weights_read(config: Config, shape: ModelShape, training: bool) -> int:
     held = max(rank_parameters(shape, dims, stage).total for stage in range(dims.pp))
     if not training:
         return held * item
-    peft = config.policy.megatron_cfg.peft
-    trained = max(trained_parameters(shape, dims, peft, stage, on_gpus(config)).total for stage in range(dims.pp))
+    trained = _most_trained(config, shape)
     # Both passes read weights. The gradient of a micro-batch is written, read, and added to the sum.
     return 2 * held * item + 2 * trained * (item + gradient_bytes(config))
+
+
+def _most_trained(config: Config, shape: ModelShape) -> int:
+    """Return the trained parameters of the rank that has most."""
+    dims, peft = parallel_dims(config), config.policy.megatron_cfg.peft
+    return max(trained_parameters(shape, dims, peft, stage, on_gpus(config)).total for stage in range(dims.pp))
+
+
+def _adapter_bytes(config: Config, shape: ModelShape) -> float:
+    """Return the bytes that adapters of a rank read and write per token and pass. An adapter of rank 1 has a parameter
+    for each element of its layer's input and output."""
+    peft = config.policy.megatron_cfg.peft
+    elements = _most_trained(config, shape) / peft.dim if peft.enabled else 0.0
+    return ADAPTER_MOVES * elements * item_bytes(config) / parallel_dims(config).cp
 
 
 def _moved_seconds(config: Config, shape: ModelShape, tokens: float, passes: float) -> float:

@@ -230,6 +230,7 @@ RECORDS = [
     _prompts(setting="cascade attention in one split"),
     _decoding("decode-llama3.1-8b-8-1x-h200", "llama3.1-8b:8", tokens=512, kind="8 layers, no policy"),
     _decoding("decode-qwen3-30b-a3b-1x-h200", "qwen3-30b-a3b", tokens=256, kind="experts, no policy"),
+    _way("lora-refit-large-1x-h100", "lora", "merged, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
     _way("lora-next-to-trl-large-1x-h100", "lora", "adapters, rank 16", "qwen3-1.7b", LONG, kind="adapters"),
     _way(
         "peers-lora-1.7b-1x-h200",
@@ -239,6 +240,7 @@ RECORDS = [
         LONG,
         "nemo_rl_lite",
         kind="adapters",
+        fitted=True,
         own_kernels=True,
     ),
     Recorded(
