@@ -2,7 +2,7 @@
 checkpoint_io.py MODEL [--gpus N] [--repetitions 3] [--folder FOLDER]
 
 Each layout saves a checkpoint and loads it again, and the second layout also loads the checkpoint of the first. One GPU
-has one layout. The first save makes the pinned host memory that later saves use, so it has results of its own. The
+has one layout. The first save makes the pinned host memory that later saves use, so its results are separate. The
 policy's processes are those of a run, without Ray. Bytes are those of read and write calls of all ranks and of the
 launcher's check (/proc/self/io). A second read of the same bytes counts, also if memory has them. Host memory is a
 rank's largest increase while training waits. FOLDER holds the checkpoints until the end.
