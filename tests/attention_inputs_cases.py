@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_lite.policy.attention_inputs import _rotation, _Separated
+from nemo_rl_lite.policy.attention_inputs import _Separated, rotation
 from nemo_rl_lite.policy.attention_inputs_kernel import Heads
 
 # Tokens, groups, queries per group, numbers per head.
@@ -20,7 +20,7 @@ def check(sizes: tuple[int, int, int, int], device: str, dtype: torch.dtype, nor
     projected, weights = drawn(tokens, groups * (per_group + 2) * size), [1 + drawn(size) / 4, 1 + drawn(size) / 4]
     boundaries = torch.tensor([0, tokens // 3, tokens], device=device)
     embedding = torch.rand(tokens, 1, 1, size // 2, generator=source).mul(50).to(device).repeat(1, 1, 1, 2)
-    turns = _rotation(embedding, boundaries, tokens)
+    turns = rotation(embedding, boundaries, tokens)
     positions = torch.cat([torch.arange(tokens // 3), torch.arange(tokens - tokens // 3)]).to(device)
     angles = embedding[positions, 0]
     found = []

@@ -6,7 +6,6 @@ up to the rounding of sums.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from nemo_rl_lite.compat.megatron import gathered_weight
 from nemo_rl_lite.policy.shared_prompts import SharedKeys
 
-# Rotations of the last rows: all layers of a pass use the same one.
-_KEPT = 2
+# Attribute of a row with its rotation, which all layers use, also when they are recomputed.
+_ROTATION = "nemo_rl_lite_rotation"
 # Largest head.
 _MOST = 256
 
@@ -40,7 +39,9 @@ def _is_plain(attention: Any) -> bool:
     config, size = attention.config, attention.hidden_size_per_attention_head
     norms = attention.q_layernorm, attention.k_layernorm
     has_heads = config.num_query_groups >= attention.world_size and size.bit_count() == 1 and size <= _MOST
-    is_other = config.rotary_interleaved or config.no_rope_freq or config.attention_output_gate or config.test_mode
+    scales = getattr(config, "yarn_rotary_scaling_factor", None) is not None
+    is_other = scales or config.rotary_interleaved or config.no_rope_freq or config.attention_output_gate
+    is_other = is_other or config.test_mode
     return has_heads and not is_other and (_are_absent(norms) or all(map(_is_norm, norms)))
 
 
@@ -62,7 +63,7 @@ class _Inputs:
         self._attention, self._separately = attention, attention.get_query_key_value_tensors
         norms = (attention.q_layernorm, attention.k_layernorm)
         self._norms = () if _are_absent(norms) else norms
-        self._embedded: tuple[Tensor, Tensor | None] | None = None
+        self._embedded: tuple[Any, Tensor, Tensor | None] | None = None
         attention.register_forward_pre_hook(self._take_embedding, with_kwargs=True)
         attention.get_query_key_value_tensors = self.tensors
 
@@ -74,9 +75,9 @@ class _Inputs:
             return None
         if isinstance(packed, SharedKeys):
             # Its embedding is that of each token.
-            self._embedded = embedding, None
+            self._embedded = packed, embedding, None
         elif packed is not None and packed.qkv_format == "thd":
-            self._embedded = embedding, packed.cu_seqlens_q
+            self._embedded = packed, embedding, packed.cu_seqlens_q
         else:
             return None
         return arguments, options | {"rotary_pos_emb": None}
@@ -94,17 +95,18 @@ class _Inputs:
         groups, size = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         per_group = attention.num_attention_heads_per_partition // groups
         heads = Heads(groups, per_group, size, self._norms[0].eps if self._norms else 0.0)
-        turns = _rotation(*embedded, len(projected))
+        row, embedding, boundaries = embedded
+        if not hasattr(row, _ROTATION):
+            setattr(row, _ROTATION, rotation(embedding, boundaries, len(projected)))
+        turns = getattr(row, _ROTATION)
         made = _Separated.apply(projected.squeeze(1), *(weights or (None, None)), *turns, heads)
         return tuple(one.unsqueeze(1) for one in made)
 
 
-@lru_cache(maxsize=_KEPT)
-def _rotation(embedding: Tensor, boundaries: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+def rotation(embedding: Tensor, boundaries: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of each token's angles, float32 [N, d / 2].
 
     `embedding`: angles of each position, or of each token without `boundaries`, [.., 1, 1, d]. Its halves are equal.
-    The cache key is the tensors, the same objects in all layers.
     """
     angles = embedding.flatten(1)[:, : embedding.shape[-1] // 2].float()
     if boundaries is not None:

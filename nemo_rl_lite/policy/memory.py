@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_rl_lite.compat.megatron import chained
 from nemo_rl_lite.compat.torch import free_host_cache
+from nemo_rl_lite.compat.transformer_engine import places_of_ranks, places_of_sequences
 from nemo_rl_lite.config.schema import PolicyConfig
 from nemo_rl_lite.offload.host_memory import CudaRegistrar, HostArena
 from nemo_rl_lite.offload.mover import Movable
@@ -131,10 +132,11 @@ def describe_fragmentation(segments: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def clear_module_caches(model: MegatronModel) -> None:
-    """Clear caches of modules, such as rotary embeddings, and the last input of a pipeline stage. A small tensor can
-    keep a segment of several GiB in torch's cache."""
+    """Clear caches of modules, such as rotary embeddings, those of orders of tokens, and the last input of a pipeline
+    stage. A small tensor can keep a segment of several GiB in torch's cache."""
     for chunk in model.bare_chunks:
         chunk.set_input_tensor([None])
     kinds = {type(module) for chunk in model.bare_chunks for module in chunk.modules()}
-    for cached in (kind.forward for kind in kinds if hasattr(kind.forward, "cache_clear")):
+    of_modules = [kind.forward for kind in kinds if hasattr(kind.forward, "cache_clear")]
+    for cached in (*of_modules, places_of_ranks, places_of_sequences):
         cached.cache_clear()

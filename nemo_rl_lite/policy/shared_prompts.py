@@ -120,14 +120,14 @@ class SharedKeys:
     qkv_format: str = "sbhd"
     cp_group: None = None
     tokens_per_sample: None = None
-    _rotated: tuple[Tensor, Tensor] | None = None
+    _rotary: Tensor | None = None
     _copies: tuple[Tensor, Tensor] | None = None
 
     def rotary(self, of_positions: Tensor) -> Tensor:
         """Return the rotary embedding of each token, [N, 1, 1, d], from that of each position; the layers share it."""
-        if self._rotated is None or self._rotated[0] is not of_positions:
-            self._rotated = of_positions, of_positions.index_select(0, self.positions_N)
-        return self._rotated[1]
+        if self._rotary is None:
+            self._rotary = of_positions.index_select(0, self.positions_N)
+        return self._rotary
 
     def copies(self) -> tuple[Tensor, Tensor]:
         """Return the keys of each token, [K] in the order of tokens, and where each token's begin, [N + 1]."""

@@ -30,6 +30,7 @@ _OWNED = {
     "pipeline_model_parallel_layout": f"{MEGATRON}.num_layers_in_first_pipeline_stage",
     **dict.fromkeys(("fp8", "fp8_recipe", "fp8_param"), f"{MEGATRON}.fp8_cfg"),
     "fp4_param": "refits and checkpoints, which need weights that are not quantized",
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), f"{MEGATRON}.cuda_graph_impl"),
     "moe_enable_deepep": _DISPATCHER,
     "hierarchical_context_parallel_sizes": "Transformer Engine, which does not support it for packed sequences",
     "variable_seq_lengths": f"{MEGATRON}.pipeline_model_parallel_size",

@@ -24,7 +24,7 @@ def test_they_give_what_transformer_engine_gives():
         apply_rotary_pos_emb,
     )
 
-    from nemo_rl_lite.policy.attention_inputs import _rotation, _Separated
+    from nemo_rl_lite.policy.attention_inputs import _Separated, rotation
     from nemo_rl_lite.policy.attention_inputs_kernel import Heads
 
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def test_they_give_what_transformer_engine_gives():
     for at_once in (True, False):
         leaf = projected.clone().requires_grad_()
         if at_once:
-            turns = _rotation(embedding, boundaries, tokens)
+            turns = rotation(embedding, boundaries, tokens)
             made = _Separated.apply(leaf, *(norm.weight for norm in norms), *turns, heads)
         else:
             split = leaf.view(tokens, 8, 4, 128)

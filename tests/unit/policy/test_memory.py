@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
+from nemo_rl_lite.compat.transformer_engine import places_of_ranks, places_of_sequences
 from nemo_rl_lite.policy.memory import GIB, MIB, clear_module_caches, describe_fragmentation
 
 
@@ -32,8 +33,12 @@ def test_results_and_inputs_of_passes_are_let_go():
     held = [weakref.ref(one) for one in (stage.rotary(5), stage.rotary(7), stage.given[0])]
     gc.collect()
     assert all(one() is not None for one in held)
+    orders = places_of_ranks, places_of_sequences
+    for order in orders:
+        order(torch.tensor([0, 8]), 2, 8)
     clear_module_caches(SimpleNamespace(bare_chunks=[stage]))
     assert [one() for one in held] == [None] * 3
+    assert [order.cache_info().currsize for order in orders] == [0, 0]
 
 
 def segment(total: int, used: int) -> dict[str, int]:

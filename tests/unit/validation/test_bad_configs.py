@@ -97,6 +97,7 @@ CASES = {
     f"{OVERRIDES}.attention_backend=flash": "a type that a configuration cannot express",
     f"{OVERRIDES}.pipeline_model_parallel_size=2": f"set {PP} instead",
     f"{OVERRIDES}.params_dtype=bfloat16": "set policy.precision instead",
+    f"{OVERRIDES}.enable_cuda_graph=true": f"set {MEGATRON}.cuda_graph_impl instead",
     f"{OVERRIDES}.hidden_size=128": "config.json",
     f"{OVERRIDES}.fp4_param=true": "weights that are not quantized",
     f"{MEGATRON}.recompute_modules=[attention]": f"{MEGATRON}.recompute_modules",
