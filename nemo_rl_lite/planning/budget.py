@@ -27,14 +27,12 @@ from nemo_rl_lite.planning.memory import (
     Prediction,
     engine_weights,
     item_bytes,
-    parameter_count,
     predict,
-    rank_parameters,
-    served_adapters,
     shared_weights,
     token_cache_bytes,
     totals,
 )
+from nemo_rl_lite.planning.parameters import parameter_count, rank_parameters, served_adapters
 from nemo_rl_lite.system import machine
 
 # CUDA and NCCL contexts, captured graphs and torch's cached blocks (docs/benchmarks, plan-against-measured): with a

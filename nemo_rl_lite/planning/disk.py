@@ -14,7 +14,8 @@ from nemo_rl_lite.config.sizes import on_gpus
 from nemo_rl_lite.errors import Violation
 from nemo_rl_lite.models.shape import ModelShape, published_shape
 from nemo_rl_lite.planning.budget import size
-from nemo_rl_lite.planning.memory import item_bytes, parameter_count, whole_trained_parameters
+from nemo_rl_lite.planning.memory import item_bytes
+from nemo_rl_lite.planning.parameters import parameter_count, whole_trained_parameters
 
 # Tolerance for predictions that are too large.
 _SLACK = 0.1

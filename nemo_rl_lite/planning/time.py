@@ -1,12 +1,12 @@
 """Predicts the phases of a GRPO step on GPUs, in seconds.
 
-The policy takes the FLOPs of `planning/memory.py` at `MFU` of the peak. Recomputing activations adds a forward pass of
-the layers. Each micro-batch also reads the weights and adds to the gradients, and tensor, expert and pipeline parallel
-ranks exchange hidden states. LoRA's adapters read and write the inputs and outputs of their layers. A layer takes at
-least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. A layer with experts takes `LAUNCH_EXPERTS_S`, and
-`LAUNCH_EXPERT_S` for each expert of the rank. A pipeline is as fast as its busiest stage, and fills once per optimizer
-step. Replicas reduce gradients and gather weights once per optimizer step; overlapped, only what exceeds the passes
-counts.
+The policy takes the FLOPs of `planning/parameters.py` at `MFU` of the peak. Recomputing activations adds a forward pass
+of the layers. Each micro-batch also reads the weights and adds to the gradients, and tensor, expert and pipeline
+parallel ranks exchange hidden states. LoRA's adapters read and write the inputs and outputs of their layers. A layer
+takes at least `LAUNCH_S` per pass over a micro-batch, to launch its kernels. A layer with experts takes
+`LAUNCH_EXPERTS_S`, and `LAUNCH_EXPERT_S` for each expert of the rank. A pipeline is as fast as its busiest stage, and
+fills once per optimizer step. Replicas reduce gradients and gather weights once per optimizer step; overlapped, only
+what exceeds the passes counts.
 
 Engines read weights once per decoding step and each request's KV cache once per token, at a share of the memory
 bandwidth. Samples of a prompt find part of its cache on the chip, or read it once with cascade attention. Where the
@@ -58,18 +58,16 @@ from nemo_rl_lite.models.shape import ModelShape
 from nemo_rl_lite.planning.budget import Gpu, merges_adapters, refit_bytes, speed_of
 from nemo_rl_lite.planning.lengths import SIGMA, Lengths, mean_square, quantiles, slowest_replica
 from nemo_rl_lite.planning.memory import (
-    SequenceFlops,
     engine_parameters,
     gradient_bytes,
     item_bytes,
     micro_batch,
-    rank_parameters,
     recomputed_share,
     siblings_per_pack,
     teacher_shape,
     token_cache_bytes,
-    trained_parameters,
 )
+from nemo_rl_lite.planning.parameters import SequenceFlops, rank_parameters, trained_parameters
 
 # Achieved shares of peak FLOP/s, and of memory bandwidth: the policy's and an engine's.
 MFU, POLICY_READS, READS = 0.56, 0.78, 0.64
@@ -218,9 +216,8 @@ def _decoding_seconds(config: Config, shape: ModelShape, gpu: Gpu, gpu_bytes: in
     linear = requests * matrix_flops(shape, lengths.mean)
     attention = requests * (attention_flops(shape, whole) - attention_flops(shape, lengths.prompt))
     layers = max(weights / reading, linear / rate) + max(caches / (cache_reads * gpu.bandwidth), attention / rate)
-    return (
-        prompts / rate + layers + requests * lengths.mean * sample_s + steps * _served_adapters_seconds(config, shape)
-    )
+    adapters = steps * _served_adapters_seconds(config, shape)
+    return prompts / rate + layers + requests * lengths.mean * sample_s + adapters
 
 
 def _served_adapters_seconds(config: Config, shape: ModelShape) -> float:

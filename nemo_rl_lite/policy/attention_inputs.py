@@ -39,9 +39,11 @@ def _is_plain(attention: Any) -> bool:
     config, size = attention.config, attention.hidden_size_per_attention_head
     norms = attention.q_layernorm, attention.k_layernorm
     has_heads = config.num_query_groups >= attention.world_size and size.bit_count() == 1 and size <= _MOST
-    scales = getattr(config, "yarn_rotary_scaling_factor", None) is not None
-    is_other = scales or config.rotary_interleaved or config.no_rope_freq or config.attention_output_gate
-    is_other = is_other or config.test_mode
+    # megatron-bridge's configuration has YaRN's factor.
+    turns_otherwise = (
+        config.rotary_interleaved or config.no_rope_freq or getattr(config, "yarn_rotary_scaling_factor", None)
+    )
+    is_other = turns_otherwise or config.attention_output_gate or config.test_mode
     return has_heads and not is_other and (_are_absent(norms) or all(map(_is_norm, norms)))
 
 

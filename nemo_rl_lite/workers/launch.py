@@ -25,7 +25,7 @@ from nemo_rl_lite.generation.mismatch import MismatchBudget
 from nemo_rl_lite.generation.queue import RequestQueue
 from nemo_rl_lite.models.shape import known_shape
 from nemo_rl_lite.observability.timer import Timer
-from nemo_rl_lite.planning.memory import SequenceFlops
+from nemo_rl_lite.planning.parameters import SequenceFlops
 from nemo_rl_lite.policy.micro_batches import Layout
 from nemo_rl_lite.system.engine_count import requested_engines
 from nemo_rl_lite.workers.budget import RestartBudget

@@ -33,7 +33,7 @@ from nemo_rl_lite.losses.batch import (
 from nemo_rl_lite.losses.interface import Loss, combine_metrics, count_masked, counts_of, mean_of_steps, summary
 from nemo_rl_lite.models.flops import forward_cost
 from nemo_rl_lite.offload.mover import Move
-from nemo_rl_lite.planning.memory import SequenceFlops
+from nemo_rl_lite.planning.parameters import SequenceFlops
 from nemo_rl_lite.policy.balance import even_work
 from nemo_rl_lite.policy.interface import SAVED_WORK, BatchRef, ParallelPlace, Scored, Work, with_scores
 from nemo_rl_lite.policy.micro_batches import Cost, Layout, balanced_shares

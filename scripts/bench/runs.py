@@ -26,7 +26,7 @@ import record
 from whole_runs import PHASES, tiny_run
 
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.memory import parameter_count
+from nemo_rl_lite.planning.parameters import parameter_count
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 
 Run = dict[str, Any]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.memory import served_adapters
+from nemo_rl_lite.planning.parameters import served_adapters
 from tests.functional.here import train_here
 from tests.functional.ranks import run_ranks
 from tests.functional.supervised import series

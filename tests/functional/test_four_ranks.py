@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nemo_rl_lite.config.sizes import parallel_dims
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.memory import trained_parameters
+from nemo_rl_lite.planning.parameters import trained_parameters
 from nemo_rl_lite.rollout.store import read_rollout, rollout_files
 from nemo_rl_lite.validation.compose import compose_config
 from tests.functional.conftest import train

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.models.shape import find_shape
-from nemo_rl_lite.planning.memory import whole_trained_parameters
+from nemo_rl_lite.planning.parameters import whole_trained_parameters
 from tests.functional.here import train_here
 from tests.functional.rank import path_of
 from tests.functional.ranks import run_ranks

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from nemo_rl_lite.config.sizes import ParallelDims
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.shape import model_shape
-from nemo_rl_lite.planning.memory import rank_parameters, unlike_the_engine
+from nemo_rl_lite.planning.parameters import rank_parameters, unlike_the_engine
 from tests.functional.ranks import run_ranks
 
 pytestmark = pytest.mark.functional

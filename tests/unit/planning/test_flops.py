@@ -10,7 +10,8 @@ from nemo_rl_lite.config.schema import LoraConfig
 from nemo_rl_lite.models.embedded import MODEL_CONFIG
 from nemo_rl_lite.models.flops import forward_flops
 from nemo_rl_lite.models.shape import KNOWN_MODELS, ModelShape, model_shape
-from nemo_rl_lite.planning.memory import DecodingBytes, SequenceFlops
+from nemo_rl_lite.planning.memory import DecodingBytes
+from nemo_rl_lite.planning.parameters import SequenceFlops
 from nemo_rl_lite.validation.compose import compose_config
 
 LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

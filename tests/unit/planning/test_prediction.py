@@ -15,13 +15,12 @@ from nemo_rl_lite.planning.memory import (
     kept_activations,
     micro_batch,
     own_part,
-    parameter_count,
     predict,
-    rank_parameters,
     slice_logits,
     token_cache_bytes,
     totals,
 )
+from nemo_rl_lite.planning.parameters import parameter_count, rank_parameters
 from nemo_rl_lite.validation.compose import compose_config
 
 GIB = 2**30

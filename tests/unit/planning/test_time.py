@@ -10,7 +10,7 @@ from nemo_rl_lite.config.sizes import policy_ranks
 from nemo_rl_lite.models.shape import KNOWN_MODELS, model_shape
 from nemo_rl_lite.planning.budget import Gpu
 from nemo_rl_lite.planning.lengths import SIGMA, Lengths, quantiles
-from nemo_rl_lite.planning.memory import parameter_count
+from nemo_rl_lite.planning.parameters import parameter_count
 from nemo_rl_lite.planning.time import (
     ADAPTER_MOVES,
     ENGINE_STEP_S,
