@@ -327,7 +327,14 @@ def belongings() -> Counter[str]:
     # multiprocessing's own end with this process.
     lasting = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in lasting]
-    return found + Counter(f"process {child.pid}" for child in children)
+    return found + Counter(f"process {child.pid}" for child in children if _runs(child))
+
+
+def _runs(child: psutil.Process) -> bool:
+    """Return whether a process has not ended. On busy cores a pool may stop waiting for a killed process."""
+    with suppress(psutil.Error):
+        return child.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager
